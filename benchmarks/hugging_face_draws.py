@@ -365,10 +365,8 @@ def build_t5gemma(head: str, gemma: dict[str, Any], changed: dict[str, Any]) -> 
         config[side] = {
             name: x for name, x in build("gemma2", "causal_lm", gemma, own).items() if name in GEMMA_SIDE
         } | {"vocab_size": VOCAB}
-    if head in (
-        "sequence",
-        "token",
-    ):  # after 3 slots of padding before a text, the first token's classifier sees a token
+    # After 3 slots of padding before a text, the classifier of its first token sees a token.
+    if head in ("sequence", "token"):
         config["decoder"]["sliding_window"] = max(config["decoder"]["sliding_window"], 4)
     return {"vocab_size": VOCAB, "is_encoder_decoder": head != "encoder"} | config
 

@@ -70,6 +70,7 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
     decoded = _decode(model, dataset, split, limits)
     values |= _diagnose_series(model, dataset, split, limits)
     split_examples = {name: len(part.splits[split]) for name, part in dataset.components.items()}
+    unmeasured: list[str] = []
     if decoded:
         records = measuring.records_of(decoded)
         values |= measuring.score_components(config, decoded)
@@ -82,12 +83,16 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
             if (measure := components.measure(score, name)) in values
         }
         values |= {"signatures": signatures} if signatures else {}
+        unmeasured = [components.measure("bleu", name) for name in decoded
+                      if "bleu" in tasks.get(views[name].task.name).score_signatures(views[name])
+                      and components.measure("bleu", name) not in values]  # fmt: skip
         values |= _diagnose(views, decoded)
         scored = [name for name in decoded if tasks.get(views[name].task.name).score is not None]
         count = sum(len(decoded[name].records) for name in scored)
         values |= {"decoded_examples": count} if count < sum(split_examples[name] for name in scored) else {}
         files.write_json(workdir / "samples" / f"{split}.json", records[: limits["samples"]])
     notes = [cut.sentence(f"{name}, {split}" if name else split, config.data.length) for name, cut in cuts.items()]
+    notes += [f"{split}: {name} is left out: no reference has the four words that it counts" for name in unmeasured]
     for line in filter(None, (*notes, edited.warning("evaluate"))):
         LOG.warning(line)
     result = {"split": split, "seconds": round(time.monotonic() - begun, 1), **_weights_used(model)}

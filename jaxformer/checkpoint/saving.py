@@ -131,10 +131,9 @@ class Checkpoints:
             self._with_storage_error(step, lambda: self._update_best(step, values))
         if self.config.keep_best and values and self.config.metric not in values:
             self.wait()
-            short = "; BLEU needs references of four words" if self.config.metric.startswith("bleu") else ""
             raise ConfigError(
                 f"config.checkpoint.metric: got {self.config.metric!r}, expected a measure of the validation split "
-                f"({', '.join(sorted(values))}){short}; choose one of these, or set checkpoint.keep_best to 0"
+                f"({', '.join(sorted(values))}); choose one of these, or set checkpoint.keep_best to 0"
             )
         return not exists or force
 

@@ -795,10 +795,8 @@ class TaskConfig:
     # small beta lets the model move far from where it started
     label_noise: Rate = 0.0  # preference: fraction of pairs whose labels are taken to be swapped, below 0.5
     # (conservative DPO)
-    language: str = (
-        ""  # translation: code of the target language, for its tokenised BLEU; "": not computed. BLEU counts
-    )
-    # the characters of zh and the words of MeCab in ja and ko
+    language: str = ""  # translation, captioning, text_to_text: code of the target language, by whose words BLEU counts
+    # (zh: characters; ja, ko: MeCab's; else 13a); the first two also have a tokenised BLEU of languages by 13a
     template: TemplateConfig | None = None  # text_to_text: the texts made of an example; None: its source and target
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
     class_weights: tuple[str, ...] = ()  # classification, tagging: weights of classes in the training loss, as

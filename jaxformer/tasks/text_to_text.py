@@ -126,8 +126,8 @@ def score_signatures(config: Config) -> dict[str, str]:
 
 def _text_scores(config: Config, results: Sequence[str], targets: Sequence[str]) -> dict[str, metrics.Score]:
     names, scores = config.task.texts.scores, {}
-    if "bleu" in names and metrics.bleu_is_defined(targets):
-        scores["bleu"] = metrics.bleu(results, targets)
+    if "bleu" in names and metrics.bleu_is_defined(targets, config.task.language):
+        scores["bleu"] = metrics.bleu(results, targets, config.task.language)
     if "chrf" in names:
         scores["chrf"] = metrics.chrf(results, targets)
     return scores | (metrics.rouge(results, targets) if "rouge" in names else {})

@@ -24,6 +24,7 @@ from jaxformer.config import (
     TokenizerConfig,
     TrainConfig,
 )
+from jaxformer.config.checks import sections
 from jaxformer.data import build, cache, record_ranges, sources, token_shards
 from jaxformer.data.build import pieces
 from jaxformer.data.mixture import MixedExamples, Mixture
@@ -414,3 +415,10 @@ def test_a_run_from_the_recipe_to_the_refusal_of_other_shards(small, tmp_path, m
     error = capsys.readouterr().err
     assert "data.dir: got token shards with the key shards-" in error and error.count("\n") == 1
     assert (tmp_path / "run" / "config.json").read_bytes() == before
+
+
+def test_a_bound_on_copies_is_refused_where_nothing_is_copied():
+    sections.check_shard_copies(Config(data=DataConfig(source="shards", shard_copies_gb=3.0)))
+    expected = "config.data.shard_copies_gb: got 3.0, expected None for data.source text: only shards in a bucket"
+    with pytest.raises(ConfigError, match=expected):
+        sections.check_shard_copies(Config(data=DataConfig(source="text", shard_copies_gb=3.0)))

@@ -172,6 +172,8 @@ def test_scores_are_those_that_the_config_names():
     assert scores == pytest.approx({"bleu": 100, "chrf": 100, "rouge1": 100, "rouge2": 100, "rouge_l": 100})
     assert set(TASK.score_signatures(settings)) == set(scores)
     assert set(TASK.score(settings, ["a b c"], [{"target": "a b c"}])) == set(scores) - {"bleu"}  # no four words
+    chinese = config("text_to_text", language="zh", template=TemplateConfig(scores=("bleu",)))
+    assert TASK.score(chinese, ["猫坐在垫子上"], [{"target": "猫坐在垫子上"}]) == pytest.approx({"bleu": 100})
 
 
 def test_names_of_fields_are_listed_once():

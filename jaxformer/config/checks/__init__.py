@@ -25,6 +25,7 @@ def check(config: Config) -> None:
         model.check_model(config.model)
         sections.check_task(config)
     sections.check_data(config)
+    sections.check_shard_copies(config)
     sections.check_template(config)
     sections.check_distillation(config)
     if config.data.mixture is not None:

@@ -6,7 +6,7 @@ import importlib.util
 import math
 
 from jaxformer import registry
-from jaxformer.config import templates
+from jaxformer.config import components, templates
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.schema import Config, DecodeConfig, ModelConfig, TaskConfig
 from jaxformer.errors import ConfigError
@@ -359,6 +359,14 @@ def check_data(config: Config) -> None:
             raise invalid(f"config.data.splits.{split}", files, "at least one file or split expression")
 
 
+def check_shard_copies(config: Config) -> None:
+    """Raises ConfigError for a bound on copies of token shards where no data are shards."""
+    bound, read = config.data.shard_copies_gb, {view.data.source for view in components.views(config).values()}
+    if bound is not None and "shards" not in read:
+        expected = f"None for data.source {', '.join(sorted(read))}: only shards in a bucket are copied"
+        raise invalid("config.data.shard_copies_gb", bound, expected)
+
+
 def check_train(config: Config) -> None:
     """Raises ConfigError if the weight average, the accumulation, the averaged checkpoints or rates make no sense."""
     train, checkpoint = config.train, config.checkpoint
@@ -422,7 +430,7 @@ def check_decode(decode: DecodeConfig, model: ModelConfig) -> None:
 
 def _check_language(language: str, task: str) -> None:
     """Raises ConfigError for a language that no score reads, or whose words no installed package finds."""
-    if task in TASK_MODELS and task not in ("translation", "captioning"):
+    if task in TASK_MODELS and task not in ("translation", "captioning", "text_to_text"):
         raise invalid("config.task.language", language, f"'' for the task {task}, whose scores do not depend on it")
     module = BLEU_LANGUAGES.get(language)
     if module is not None and importlib.util.find_spec(module) is None:
